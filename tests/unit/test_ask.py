@@ -675,3 +675,71 @@ async def test_calls_side_by_side_all_end_with_their_caller():
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert sorted(ended) == [1, 2, 3]
+
+
+async def test_calls_end_with_a_caller_that_is_cancelled_again_at_any_moment():
+    for iterations in range(8):
+        ended = []
+
+        async def wait():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(True)  # noqa: B023 - the loop waits for it
+
+        caller = asyncio.create_task(ask(wait, timeout_s=30))
+        await asyncio.sleep(0.001)
+        caller.cancel()
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await asyncio.sleep(0.01)
+        assert ended == [True], iterations
+
+
+class Unstoppable(asyncio.Future):
+    """A future of a user, whose ``cancel`` takes no message."""
+
+    def cancel(self):
+        return super().cancel()
+
+
+async def test_late_call_that_can_not_be_cancelled_holds_up_no_other(monkeypatch):
+    monkeypatch.setattr(scopes, "CANCEL_GRACE_S", 0.05)
+    future = Unstoppable()
+
+    async def wait():
+        await future
+
+    async def sleep():
+        await asyncio.sleep(60)
+
+    late = await asyncio.gather(
+        ask(wait, timeout_s=0.1), ask(sleep, timeout_s=0.1), return_exceptions=True
+    )
+    assert [type(error) for error in late] == [UserCodeTimeout, UserCodeTimeout]
+    future.set_result(None)
+
+
+async def test_timeout_around_a_call_that_fires_as_the_call_ends_is_not_lost():
+    loop = asyncio.get_running_loop()
+
+    async def inner(task):
+        task.cancel()  # of its own, which it swallows
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        # The library yields once when this call has ended. The timeout fires meanwhile.
+        loop.call_soon(timeout.reschedule, loop.time())
+        loop.call_soon(lambda: loop.call_soon(lambda: None))
+
+    async def outer():
+        nonlocal timeout
+        async with asyncio.timeout(60) as timeout:
+            await ask(inner, asyncio.current_task(), timeout_s=30)
+            await asyncio.sleep(5)
+
+    timeout = None
+    with pytest.raises(UserCodeError, match="TimeoutError"):
+        await ask(outer, timeout_s=30)

@@ -80,6 +80,7 @@ def test_age_size_and_replays_have_their_bounds(data, max_age, capacity, most, s
                 [s.policy_versions[s.loss_mask] for r in group.rollouts for s in r.samples]
             )
             assert ages.max() == version - oldest[group.group_id] <= max_age
+        replay.count(drawn)
         for _ in range(data.draw(st.integers(0, 3))):
             versions = data.draw(
                 st.tuples(
@@ -103,6 +104,16 @@ def test_groups_are_drawn_until_they_have_their_share_of_the_steps_rollouts():
         drawn = [len(group.rollouts) for group in replay.draw(version)]
         # 4 of 8 rollouts: two pairs, or a pair and the single one, which are too few, and another pair.
         assert sum(drawn[:-1]) < 4 <= sum(drawn) or len(replay) == 0
+
+
+def test_groups_of_a_step_that_fails_are_drawn_again():
+    replay = store(8, max_age=99, most_replays=1)
+    replay.add(taught_group(number) for number in range(4))
+    drawn = replay.draw(1)
+    assert [group.group_id for group in replay.draw(1)] == [group.group_id for group in drawn]
+    assert len(replay) == 4
+    replay.count(drawn)
+    assert len(replay) == 4 - len(drawn)
 
 
 def test_groups_that_teach_nothing_or_were_not_sampled_by_the_policy_are_not_stored():

@@ -8,6 +8,7 @@ UserCodeError   code of the user's failed: an env, a reward function, an algorit
 code.
 """
 
+import re
 import sysconfig
 import threading
 import traceback
@@ -126,6 +127,8 @@ class _Text:
         return self._text
 
 
+_VARIES = re.compile(r"0x[0-9a-f]+|\d+")
+"""Parts of a cause that differ between failures of one kind: addresses and numbers."""
 _LIBRARY = f"{Path(__file__).parent}/"
 """Beginning of the paths of the library's files."""
 _OTHERS = (
@@ -191,6 +194,11 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
         file, number = locations[-1]
         line += f" ({file if folder else Path(file).name}:{number})"
     return line
+
+
+def kind_of(cause: str) -> str:
+    """Return what the causes of failures of one kind have in common: all but numbers."""
+    return _VARIES.sub("#", cause)
 
 
 def cause_text(cause: object) -> str:

@@ -119,7 +119,10 @@ class Deadlines:
         for call, left in left_s.items():
             if left <= 0:
                 del self._calls[call]
-                call.expire()
+                try:
+                    call.expire()
+                except Exception:  # of a user's future that it awaits, whose ``cancel`` raised
+                    logger.exception("a call that is late could not be cancelled")
         if not self._calls:
             self._clock.stop()
             return

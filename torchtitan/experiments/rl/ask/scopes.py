@@ -179,29 +179,31 @@ class Scope:
         try:
             return await asyncio.gather(*(scope._ended for scope in scopes))
         except asyncio.CancelledError:
-            for scope in scopes:
+            running = [scope for scope in scopes if not scope._is_cancelled]
+            for scope in running:
                 scope._is_cancelled = True
             try:
                 # A task that is cancelled before its first step never runs: an env would not be
                 # closed.
                 await asyncio.sleep(0)
             finally:
-                await asyncio.gather(*(scope._stop() for scope in scopes))
+                await Scope._stop(running)
             raise
         finally:
             for scope in scopes:
                 if scope._parent is not None:
                     scope._parent.inside.pop(scope, None)
 
-    async def _stop(self) -> None:
-        """Cancel the task, and abandon the scope if the task takes long to end."""
-        task = self._task
-        if task is None:
-            return
-        task.cancel()
-        _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-        if running:
-            self._abandon()
+    @staticmethod
+    async def _stop(scopes: "Sequence[Scope]") -> None:
+        """Cancel the tasks of scopes, and abandon those that take long to end."""
+        scope_of = {scope._task: scope for scope in scopes if scope._task is not None}
+        for task in scope_of:
+            task.cancel()  # before anything is awaited: the caller may be cancelled again
+        if scope_of:
+            _, running = await asyncio.wait(scope_of, timeout=CANCEL_GRACE_S)
+            for task in running:
+                scope_of[task]._abandon()
 
     # ---- the task's side
 
@@ -281,12 +283,15 @@ class Scope:
             raise cast(asyncio.CancelledError, result.error)
         # User code has swallowed or requested the others. Yield once, so that one that has not
         # arrived yet does.
+        requests = task.cancelling()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
-        if self._is_ending:
-            raise asyncio.CancelledError
-        while task.cancelling() > cancelling:
+        has_another = task.cancelling() > requests  # such as that of a timeout around the call
+        while requests > cancelling:
             task.uncancel()
+            requests -= 1
+        if self._is_ending or has_another:
+            raise asyncio.CancelledError
 
     @property
     def _is_ending(self) -> bool:
@@ -298,8 +303,8 @@ class Scope:
     def cancel_late(self, frame: Frame) -> None:
         """Cancel the task, because a frame is late."""
         if self._task is not None:
-            self._task.cancel()
             self.clock.loop.call_later(CANCEL_GRACE_S, self._abandon_late, frame)
+            self._task.cancel()
 
     def _abandon_late(self, frame: Frame) -> None:
         """Abandon the scope, unless the late frame has ended."""

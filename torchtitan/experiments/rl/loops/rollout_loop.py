@@ -104,8 +104,9 @@ class RolloutLoop:
         """Wakes `next_groups`: a group has settled, or the run ends."""
         self._failure: Exception | None = None
         self._half_settled: str | None = None
-        """Id of a group that a sampler or the task mix may have observed, and that could not settle
-        because one of them or a filter failed. A resumed run would have it observed twice."""
+        """Id and failure of a group that sampler or task mix may have observed, and that could not
+        settle because one of them or a filter failed. A resumed run would have it observed
+        twice."""
         self._cause_outside: Exception | None = None
         """Error of something that rollouts depend on, and that has failed; None if none has."""
         self._stopping = False
@@ -162,6 +163,7 @@ class RolloutLoop:
         for group in step.replayed:
             self.ledger.replay(group.task_name, len(group.rollouts))
         if self._replay is not None:
+            self._replay.count(step.replayed)
             self._replay.add(step.groups)
         self._buffer.check()
 
@@ -337,8 +339,10 @@ class RolloutLoop:
         except BaseException as error:  # noqa: BLE001
             if self._closed:
                 return
-            if self._failure is None:
+            if self._failure is None and not self._stopping:
                 logger.exception("group %s", group_id, extra=ENDS_THE_RUN)
+            else:
+                logger.warning("group %s failed as the run ended", group_id, exc_info=True)
             if not isinstance(error, Exception):
                 error = RunError(f"group {group_id}: {cause_of(error)}")
             self._end_run(error)
@@ -418,8 +422,8 @@ class RolloutLoop:
             endings = self._endings_of(group, filtered)
             signal = group.failure is None and has_signal(group)
             settled = self._buffer.settle(claimed, group, endings, signal=signal)
-        except BaseException:
-            self._half_settled = claimed.group_id
+        except BaseException as error:
+            self._half_settled = f"{claimed.group_id} failed while it settled ({cause_of(error)})"
             raise
         if group.failure is None and filtered is not None:
             self._count_matches(filtered)
@@ -500,10 +504,7 @@ class RolloutLoop:
         """
         async with self._snapshots.exclusive():
             if self._half_settled is not None:
-                raise RunError(
-                    f"group {self._half_settled} failed while it settled: the state of the run "
-                    "can't be saved"
-                )
+                raise RunError(f"group {self._half_settled}: the state of the run can't be saved")
             samplers, mix = await self._selection.states()
             state = RolloutLoopState(
                 **msgspec.structs.asdict(self._buffer.state()),

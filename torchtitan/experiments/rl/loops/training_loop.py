@@ -81,6 +81,7 @@ class TrainingLoop:
         except RunStopped:
             pass
         except NothingLeftToLearn as end:
+            self._rollouts.stop()  # no step needs the groups that run beside the last evaluation
             if self.steps_done > 0:
                 await self._evaluate_last_version(self.steps_done)
             if not self._stopping:
@@ -129,11 +130,11 @@ class TrainingLoop:
             # their gradient, so they do not wait for this loop in between.
             gradient = await self._trainer.forward_backward(packed, step)
             metrics = await self._trainer.optim_step(gradient)
-        self._rollouts.trained(taken)
         self.steps_done = step
 
         record = partial(self._record_step, step, taken, packed, metrics, started_at, tokens_before)
         with self._recorded_at_end(step, record):
+            self._rollouts.trained(taken)
             self._watchers.step_trained(step, metrics)
             with self._stopwatch.span("sync"):
                 # It returns once the weights are copied. The generators load them beside the next

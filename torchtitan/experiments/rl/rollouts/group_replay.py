@@ -158,10 +158,18 @@ class GroupReplay:
             entry = self._stored[group_ids[place]]
             groups.append(_replayed(entry.group))
             rollouts += len(entry.group.rollouts)
+        return groups
+
+    def count(self, replayed: Iterable[RolloutGroup]) -> None:
+        """Count groups that were drawn, once a step was trained on them; forget those used up.
+
+        A step that fails has replayed nothing: a resumed run draws the same groups again.
+        """
+        for group in replayed:
+            entry = self._stored[group.group_id]
             entry.replays += 1
             if entry.replays >= self.config.most_replays:
-                del self._stored[group_ids[place]]
-        return groups
+                del self._stored[group.group_id]
 
     def _load(self, file: Path) -> None:
         """Store what another run trained on."""

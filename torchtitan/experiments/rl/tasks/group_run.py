@@ -155,6 +155,8 @@ class CheckedSession:
             UserCodeError: the generator failed, or its completion can't be trained on; names the
                 generator. Or the prompt has an id that the model lacks; names the renderer.
         """
+        if self._closed:
+            raise UserCodeError("the rollout has ended: its session samples nothing more")
         prompt = prompt_token_ids
         self._check_ids(prompt, "renderer: the prompt has")
         if prompt.flags.writeable:
@@ -260,7 +262,12 @@ class GroupRun:
             # Rollouts that are ready to render their first prompt go before a group that begins.
             await yield_queue().wait(Priority.NEW_GROUP)
             envs = await self._make_envs(len(rollouts))
-            await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
+            runs = map(self._run_to_status, rollouts, envs, sessions)
+            # A gather that returns errors waits for all of them, also if it is cancelled: no env
+            # is closed while another's code still unwinds.
+            for error in await asyncio.gather(*runs, return_exceptions=True):
+                if error is not None:
+                    raise error
             self._count_first_prompts()
         finally:
             self._is_over = True

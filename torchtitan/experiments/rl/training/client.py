@@ -134,14 +134,14 @@ class TrainerClient:
         updates = _answers_of(call_actor(rank.optim_step) for rank in self._ranks)
         try:
             metrics = await self._life.call(_first_of_both(gradient.metrics, updates))
-            if self._keep_logprobs:
-                await self._set_logprobs(gradient.packed)
-            return metrics
         except ProcessLost:  # the batch need not be to blame
             raise
         except Exception:
             await self._keep_failed_batch(gradient.packed, gradient.step)
             raise
+        if self._keep_logprobs:
+            await self._set_logprobs(gradient.packed)
+        return metrics
 
     async def _keep_failed_batch(self, packed: BatchPlan, step: int) -> None:
         """Write the batch of a step that failed. That it can't be written hides no other error."""

@@ -10,14 +10,13 @@ example, run 8 times, would be 8 groups in a row.
 """
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from statistics import fmean
 from typing import TypeVar
 
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, kind_of
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.loops.saved_state import (
     DropsState,
@@ -40,8 +39,6 @@ MOST_KINDS = 20
 """Maximum number of distinct failures to print."""
 SHOWN_CHARACTERS = 80
 """Maximum length of a reply, and of a row, in an error: its cure follows, and must be read."""
-_VARIES = re.compile(r"0x[0-9a-f]+|\d+")
-"""Parts of an error that differ between failures of one kind: addresses and numbers."""
 
 
 class FirstFailures(RunEvents):
@@ -294,11 +291,6 @@ def _failures(group: RolloutGroup) -> Iterable[tuple[Rollout, tuple[str, str]]]:
     for rollout in group.rollouts:
         if rollout.reward is None and rollout.error:
             yield rollout, (group.task_name, kind_of(rollout.error))
-
-
-def kind_of(error: str) -> str:
-    """Return what the causes of failures of one kind have in common: all but numbers."""
-    return _VARIES.sub("#", error)
 
 
 def _cause(rollout: Rollout) -> str:

@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.command.run_folder import (
     read_command,
     read_config,
 )
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, kind_of
 from torchtitan.experiments.rl.rollouts.record_file import (
     LEDGER_FILE,
     METRICS_FILE,
@@ -42,7 +42,6 @@ from torchtitan.experiments.rl.rollouts.record_file import (
     next_group,
     read_group,
 )
-from torchtitan.experiments.rl.watch.alarms import kind_of
 
 logger = logging.getLogger(__name__)
 
