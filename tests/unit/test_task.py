@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+import numpy as np
 import pytest
 
 from tests.fakes.contexts import context_of
@@ -16,7 +17,7 @@ from torchtitan.experiments.rl.ask import scopes
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, UserCodeError
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.loops.groups import SharedExample
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -551,6 +552,42 @@ async def test_env_that_takes_its_time_to_close_is_waited_for_when_its_group_is_
     with pytest.raises(asyncio.CancelledError):
         await running
     assert_all_closed_once(task, policy)
+
+
+class SlowToUnwind(TalkingEnv):
+    """Takes some iterations of the event loop to end its step when it is cancelled."""
+
+    async def step_message(self, message):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.02)
+            self.closed_within_step = self.closed > 0
+
+
+async def test_no_env_is_closed_while_the_step_of_another_unwinds(build, tokenizer):
+    task = build(envs=[SlowToUnwind() if index else TalkingEnv(turns=9) for index in range(3)])
+    running = asyncio.create_task(run_group(task, ScriptedPolicy(tokenizer)))
+    await until(lambda: len(task.made) == 3)
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    slow = [env for env in task.made if isinstance(env, SlowToUnwind)]
+    assert [env.closed_within_step for env in slow] == [False, False]
+
+
+async def test_the_session_of_a_rollout_that_has_ended_samples_nothing_more(build, tokenizer):
+    class Keeping(ListTask):
+        async def run_rollout(self, env, policy):
+            sessions.append(policy)
+            await super().run_rollout(env, policy)
+
+    sessions = []
+    task = build(kind=Keeping, envs=[TalkingEnv(turns=1) for _ in range(2)])
+    await run_group(task, ScriptedPolicy(tokenizer))
+    with pytest.raises(UserCodeError, match="the rollout has ended: its session samples nothing"):
+        await sessions[0].generate(np.arange(3, dtype=np.int32), max_tokens=1)
 
 
 async def test_group_cancelled_at_any_step_closes_everything(build, tokenizer):

@@ -160,6 +160,31 @@ async def test_an_error_of_the_last_evaluation_ends_a_run_that_is_complete_early
     assert [record.step for record in run.records] == [1, 2] and ends == []
 
 
+async def test_a_run_that_is_complete_early_needs_no_group_beside_its_last_evaluation():
+    """One that failed there would promise in the log an end of the run that never came."""
+    run = build(steps=100)
+    order = []
+    stop, start = run.rollouts.stop, run.parts.start
+
+    def stopped():
+        order.append("stop")
+        stop()
+
+    def started(step, *, final=False):
+        order.append("final" if final else "due")
+        start(step, final=final)
+
+    async def step_begins(step):
+        if run.loop.steps_done == 2:
+            raise NothingLeftToLearn("stop_at is reached")
+
+    run.rollouts.stop, run.parts.start = stopped, started
+    run.noted.step_begins = step_begins
+    await asyncio.wait_for(run.loop.run(), LIMIT_S)
+    assert order.index("stop") < order.index("final")
+    await run.rollouts.close()
+
+
 async def test_every_step_trains_copies_out_and_is_recorded():
     run = build(steps=3)
     await run.loop.run()

@@ -96,7 +96,10 @@ class SampleStrategy(UserConfigurable, abc.ABC):
         return read_example(self.dataset, index)
 
     def observe(self, group: RolloutGroup) -> None:
-        """Take note of a scored group, for strategies that pick by its rewards."""
+        """Take note of a group that has ended, for strategies that pick by its rewards.
+
+        ``group.rewards`` is empty if no rollout was scored.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON values from which a resumed run goes on with the same next example."""

@@ -50,7 +50,10 @@ class TaskMix(UserConfigurable, abc.ABC):
         """Return the name of the next task."""
 
     def observe(self, group: RolloutGroup) -> None:
-        """Take note of a scored group of any task, for mixes that depend on rewards."""
+        """Take note of a group of any task that has ended, for mixes that depend on rewards.
+
+        ``group.rewards`` is empty if no rollout was scored.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON values from which a resumed run goes on with the same next task."""

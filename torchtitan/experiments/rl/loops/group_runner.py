@@ -195,7 +195,7 @@ def _options(request: GroupRequest) -> dict[str, Any]:
 def _check_credit(task: Task, group: RolloutGroup) -> None:
     """Fail a group that can't be trained on, if the library has not made and checked its samples.
 
-    `GroupRun` makes samples, and `Task.give_credit` checks them.
+    `GroupRun` makes samples, and `tasks/scoring.py` checks the credit of their tokens.
     """
     steps = ("run_group", "score_group", "give_credit")
     is_own = any(getattr(type(task), step, None) is not getattr(Task, step) for step in steps)

@@ -245,7 +245,7 @@ class GroupBuffer:
         >>> [group.group_id for group in buffer.take(base_version=1)]
         ['sums-0', 'sums-4']
 
-    The ledger has a record of each rollout. The recorder is given each scored group that leaves.
+    The ledger has a record of each rollout. The recorder is given each settled group that leaves.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class GroupBuffer:
     def _leave(
         self, group: OpenGroup, column: str | None = None, *, trained_step: int | None = None
     ) -> None:
-        """Close a group, and record it if it was scored.
+        """Close a group, and record it if it had settled.
 
         Args:
             column: column of the ledger in which its remaining rollouts end; None if all have

@@ -143,8 +143,8 @@ class RolloutLoop:
         while True:
             taken = await self._take(base_version)
             sampled = [group.remaining() for group in taken]
-            # All of them before a rollout ends: if one fails, a resumed run takes and filters all
-            # groups of the step again.
+            # All of them before a rollout ends: if a filter fails, a resumed run takes and filters
+            # all groups of the step again.
             filtered = [await self._selection.filter("post", group) for group in sampled]
             for group, result in zip(taken, filtered, strict=True):
                 self._count_matches(result)
@@ -410,7 +410,7 @@ class RolloutLoop:
     async def _settle(
         self, claimed: ClaimedGroup, group: RolloutGroup, filtered: FilterResult | None
     ) -> SettledGroup:
-        """Have sampler and task mix observe a scored group, and settle it.
+        """Have sampler and task mix observe a group, and settle it.
 
         Args:
             filtered: result of the pre-batch filters, if they have looked at the group already.

@@ -2,8 +2,9 @@
 
 A checkpoint keeps the open groups in two files. ``controller.json`` has an ``OpenGroupState`` for
 each. ``groups.jsonl.gz`` has the rollouts of the settled ones, in the format of the recorded
-rollouts: a gzip member for each group, and in it a line for each rollout. Of another group only its
-id and its example are saved, and a resumed run runs it again.
+rollouts: a gzip member for each group, and in it a line for each rollout. Groups that are stored
+for replay are in it too. Of another group only its id and its example are saved, and a resumed run
+runs it again.
 """
 
 from collections.abc import Iterable, Mapping

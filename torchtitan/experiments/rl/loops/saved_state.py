@@ -212,7 +212,7 @@ class ValidatorState(Record):
 class MismatchState(Record):
     """Distances between trainer and generators that the first steps have shown at one age.
 
-    The bound of later steps is derived from them (watch/alarms.py).
+    The bound of later steps is derived from them (watch/mismatch.py).
     """
 
     age: int

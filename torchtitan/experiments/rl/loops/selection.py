@@ -88,7 +88,7 @@ class Selection:
         return example
 
     async def observe(self, group: RolloutGroup, task: Task) -> None:
-        """Show a scored group to the task's sampler and to the mix, if they define ``observe``.
+        """Show a group that has ended to the task's sampler and to the mix, if they ``observe``.
 
         Raises:
             RunError: one of them failed.

@@ -130,8 +130,8 @@ class ValidationConfig:
     env.max_rollout_tokens bounds the rollout all the same."""
     max_concurrency: PositiveInt = 64
     """Rollouts at once while training goes on: the engine serves requests in turn, and those of
-    training have to get theirs. The first and the last evaluation have the generators to themselves
-    and no limit."""
+    training have to get theirs. The first and the last evaluation have no limit: no step waits for
+    rollouts meanwhile."""
     pass_reward: float = 1.0
     """Reward from which an attempt has passed."""
 

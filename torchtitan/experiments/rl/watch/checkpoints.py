@@ -78,7 +78,7 @@ class _Captured:
 
     state: RunState
     groups: list[RolloutGroup]
-    """Groups that are finished and wait for a step."""
+    """Groups that are finished and wait for a step, and those stored for replay."""
     recorded: Future[int] | None
     """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
 
@@ -302,7 +302,7 @@ class Resumed:
     checkpoint: Path
     state: RunState
     groups: dict[str, RolloutGroup]
-    """Groups that were finished and waited for a step, by id."""
+    """Groups that were finished and waited for a step, and those stored for replay, by id."""
 
 
 def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
