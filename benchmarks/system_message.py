@@ -49,7 +49,7 @@ class SystemTask(SumDigitsTask):
 
 
 def system_message() -> RunConfig:
-    """As rl_grpo_qwen3_debug, with a system message."""
+    """Return the config of the demo, with a system message before each question."""
     config = rl_grpo_qwen3_debug()
     task = config.tasks["sum_digits"]
     assert isinstance(task, SumDigitsTask.Config)

@@ -18,7 +18,7 @@ ROWS = pickle.dumps([])
 
 
 class StubLearner:
-    """Its losses are given. It counts the optimizer steps."""
+    """Stand-in that returns given losses, and counts the optimizer steps."""
 
     def __init__(self, losses):
         self._losses = iter(losses)

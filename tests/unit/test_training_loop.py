@@ -133,7 +133,7 @@ async def test_an_error_of_the_last_evaluation_ends_the_run_once_its_step_is_kep
 
 @pytest.mark.parametrize("event", ["step_begins", "groups_taken"])
 async def test_an_error_of_the_last_evaluation_ends_a_run_that_is_complete_early_too(event):
-    """It would end as complete, without the reward of its final policy, and say nothing."""
+    """Without the error such a run would end as complete, and lack the reward of its policy."""
     run = build(steps=100)
     ends = []
     run.noted.ended_early = lambda why, reports: ends.append(why)

@@ -24,7 +24,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
 from torchtitan.experiments.rl.ask.scopes import Scope, current_scope
@@ -97,29 +97,17 @@ async def ask_each(
     arguments: Sequence[tuple[object, ...]],
     *,
     timeout_s: float | None,
-    by: Callable[..., Awaitable[object]] = ask,
 ) -> list[CallResult]:
-    """Return how ``function(*args)`` ended for each tuple of arguments.
+    """Return the result of ``function(*args)`` for each tuple of arguments; see `ask`.
 
     The calls run side by side, and the failure of one changes nothing for the others: the error of
     a result is a `UserCodeError`.
 
-    Args:
-        timeout_s: limit of each call; see `ask`.
-        by: makes a call, as `ask` does.
-
     Raises:
         asyncio.CancelledError: the caller was cancelled.
     """
-
-    async def result_of(args: tuple[object, ...]) -> CallResult:
-        try:
-            return CallResult(value=await by(function, *args, timeout_s=timeout_s))
-        except UserCodeError as error:
-            return CallResult(error=error)
-
-    if by is not ask or not inspect.iscoroutinefunction(function):
-        return await asyncio.gather(*map(result_of, arguments))
+    if not inspect.iscoroutinefunction(function):
+        return await results_of(ask(function, *args, timeout_s=timeout_s) for args in arguments)
     # A scope each, and not a scope in each task of a gather.
     scopes = [Scope() for _ in arguments]
     for scope, args in zip(scopes, arguments, strict=True):
@@ -129,6 +117,18 @@ async def ask_each(
         result if result.error is None else CallResult(error=_failure(result.error))
         for result in results
     ]
+
+
+async def results_of(calls: Iterable[Awaitable[object]]) -> list[CallResult]:
+    """Return the results of calls of user code, which run side by side."""
+
+    async def result_of(call: Awaitable[object]) -> CallResult:
+        try:
+            return CallResult(value=await call)
+        except UserCodeError as error:
+            return CallResult(error=error)
+
+    return await asyncio.gather(*map(result_of, calls))
 
 
 def _limit_s(timeout_s: float | None) -> float:

@@ -29,16 +29,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from typing import IO, Any
 
 import cloudpickle
 
 from torchtitan.experiments.rl.ask import child_server
-from torchtitan.experiments.rl.ask.call import ask_in_thread
+from torchtitan.experiments.rl.ask.call import ask_in_thread, results_of
 from torchtitan.experiments.rl.ask.child_server import ChildResult, Request
-from torchtitan.experiments.rl.ask.threads import WorkerThreads
+from torchtitan.experiments.rl.ask.threads import CallResult, WorkerThreads
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of
 from torchtitan.experiments.rl.process import foreign
 from torchtitan.experiments.rl.process.setup import ENVIRONMENT, SPAWNED_ENVIRONMENT
@@ -110,6 +110,18 @@ class IsolatedCalls:
         except asyncio.CancelledError:
             caller.give_up()
             raise
+
+    async def ask_each(
+        self,
+        function: Callable[..., object],
+        arguments: Sequence[tuple[object, ...]],
+        *,
+        timeout_s: float,
+    ) -> list[CallResult]:
+        """Return the result of ``function(*args)`` for each tuple of arguments; see `ask`."""
+        return await results_of(
+            self.ask(function, *args, timeout_s=timeout_s) for args in arguments
+        )
 
     def call(
         self,

@@ -152,7 +152,7 @@ class LoopClock:
         self._due = math.inf
         """`time.monotonic` at which the next tick is due; infinite while the loop does not tick."""
         self._sighting: _Sighting | None = None
-        """What ran when the watchdog last found a tick overdue."""
+        """Step that ran when the watchdog last found a tick overdue; None if it never did."""
         self._thread = threading.get_ident()
         self._users = 0
 

@@ -32,7 +32,7 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.ask.call import ask, ask_each, sentence
+from torchtitan.experiments.rl.ask.call import ask_each, sentence
 from torchtitan.experiments.rl.ask.child import IsolatedCalls, pickled
 from torchtitan.experiments.rl.ask.threads import CallResult
 from torchtitan.experiments.rl.bounds import (
@@ -335,15 +335,15 @@ class Rubric(UserConfigurable):
         subjects = [view(rollout) for rollout in rollouts]
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
         # A child process has the time limit itself; waiting for a free one doesn't count.
-        by = self._isolated.ask if entry.isolate else ask
+        ask_all = self._isolated.ask_each if entry.isolate else ask_each
         if not entry.group_level:
             arguments = [(subject, env_input) for subject in subjects]
-            results = await ask_each(entry.fn, arguments, timeout_s=timeout_s, by=by)
+            results = await ask_all(entry.fn, arguments, timeout_s=timeout_s)
             return [_judgement_of(result, entry.fn) for result in results]
-        try:
-            values = await by(entry.fn, subjects, env_input, timeout_s=timeout_s)
-        except UserCodeError as error:
-            return [error] * len(rollouts)
+        (result,) = await ask_all(entry.fn, [(subjects, env_input)], timeout_s=timeout_s)
+        if isinstance(result.error, UserCodeError):
+            return [result.error] * len(rollouts)
+        values = result.value
         is_array = isinstance(values, np.ndarray) and values.ndim == 1
         answers = list(values) if is_array or isinstance(values, list | tuple) else None
         if answers is None or len(answers) != len(rollouts):
