@@ -1,8 +1,10 @@
 """The buffer between rollouts and optimizer steps: groups from their claim until they leave.
 
     claim ──▶ ClaimedGroup ──settle──▶ SettledGroup ──take──▶ trained
-                                 │                     └────▶ dropped
-                                 └────▶ dropped
+                               │                       └────▶ dropped, if filters left nothing
+                               └─────▶ dropped, if failures or filters left nothing
+
+The rollouts of groups that are still open when the run ends, end as untrained.
 
 The pacer (`pacing.py`) says which groups may start and which ones a step takes. The ledger
 (`ledger.py`) records for each rollout in which column it ended.
@@ -66,7 +68,7 @@ class SharedExample:
         self._lock = asyncio.Lock()
 
     async def get(self, ask: Callable[[], Awaitable[DataSample]]) -> DataSample:
-        """Return the example. Those who ask meanwhile wait for the same answer."""
+        """Return the example. Others wait meanwhile; if asking fails, the next asks again."""
         async with self._lock:
             if self.value is None:
                 self.value = await ask()
@@ -141,9 +143,10 @@ class ClaimedGroup(OpenGroup):
 
 @dataclass(kw_only=True, slots=True)
 class SettledGroup(OpenGroup):
-    """A group that was scored and filtered, until it is trained on or dropped.
+    """A group that has run, until it is trained on or dropped.
 
-    A step may take it, unless filters left nothing of it: then it is dropped at once.
+    A step may take it, unless a failure, a filter or the length of a row ended each of its
+    rollouts: then it is dropped at once.
     """
 
     group: RolloutGroup
@@ -173,7 +176,7 @@ class SettledGroup(OpenGroup):
 
 @dataclass(kw_only=True, slots=True)
 class StepGroups:
-    """The groups of one optimizer step, and what happened to others since the step before."""
+    """The groups of one optimizer step, and counts of what was dropped since the last."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
     """Groups to train on, with only the rollouts that passed all filters."""
@@ -192,7 +195,7 @@ class StepGroups:
 
 
 class Ending(NamedTuple):
-    """End of a rollout before a step has trained on it."""
+    """End of a rollout: its column of the ledger, and why it ended there."""
 
     column: str
     """Column of the ledger."""
@@ -374,8 +377,8 @@ class GroupBuffer:
     def drop_emptied(self, taken: Sequence[SettledGroup]) -> list[SettledGroup]:
         """Drop those of a step's groups of which nothing is left, and return them.
 
-        If some of the step's groups have rollouts, the places of the dropped ones free with
-        theirs. If none has, the step takes other groups, and their places free at once.
+        If all are empty, their places free at once, and the step takes other groups. Otherwise they
+        free when the version is live that the step makes.
         """
         emptied = [group for group in taken if not group.rollout_ids]
         if len(emptied) == len(taken):
@@ -464,8 +467,8 @@ class GroupBuffer:
     ) -> list[ClaimedGroup]:
         """Open the groups of a checkpoint of ``version`` again.
 
-        A group whose example can't be recovered, or which is too old for a smaller
-        ``max_offpolicy_steps``, ends as lost.
+        A group that has to be run again and whose example can't be recovered ends as lost, and so
+        does one that is too old for a smaller ``max_offpolicy_steps``.
 
         Args:
             saved: the checkpoint's groups with rollouts, by id.

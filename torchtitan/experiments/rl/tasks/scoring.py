@@ -1,6 +1,6 @@
 """Gives a group that has run its rewards and its credit, and checks both.
 
-    as each rollout ends   credit_rollout   Algorithm.score_rollout
+    as each rollout ends   credit_rollout   Algorithm.score_rollout (late credit: after the rewards)
     when all have ended    reward_group     Rubric.score_group
                            credit_group     Algorithm.score_group
 
@@ -17,7 +17,8 @@ A rollout whose drafts were not taken gets its samples back: an algorithm that f
 changes what it may not, leaves them as they were. After ``score_group`` drafts are taken only when
 those of all rollouts with a reward have passed, so one bad draft fails the group.
 
-Whatever user code does here ends in the status of its rollouts, by its own name.
+An error of user code here fails the rollouts that it was given, and begins with the name of the
+method that raised it.
 """
 
 import asyncio
@@ -136,7 +137,7 @@ def too_few_scored(group: RolloutGroup, min_group_size: int) -> str | None:
 async def credit_rollout(
     algorithm: Algorithm, rollout: Rollout, group: RolloutGroup, *, timeout_s: float
 ) -> None:
-    """Have the algorithm's ``score_rollout`` see a rollout of the group that has ended well.
+    """Have the algorithm's ``score_rollout`` give credit to a rollout that has ended well.
 
     If the algorithm fails, the rollout fails.
     """
@@ -178,9 +179,11 @@ async def credit_group(
     """
     kind = type(algorithm)
     if not gives_credit(algorithm):
-        # There is no credit to check. Such groups are scored, and can't be trained on.
+        # There is no credit to check. Samples that a task made may have their weights already.
         return None
 
+    # Async around a sync method, so that it runs on the event loop: a thread would take longer than
+    # the arithmetic of an algorithm.
     async def score() -> None:
         answer = cast(Any, algorithm).score_group(group)
         if inspect.isawaitable(answer):  # an override may be async
